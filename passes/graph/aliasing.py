@@ -23,42 +23,39 @@ from amp_graph.passes.graph.meta_keys import RETURNED
 from amp_graph.passes.torch_compat.fake import concrete_size
 from amp_graph.passes.torch_compat.storage import storage_key
 
+Steps = tuple[tuple[int, int], ...]  # of a view over its storage: how many, and their distance in bytes
 
-@dataclass(frozen=True)
-class _Place:
-    """The bytes of a storage that a view reads: ``start``, and ``steps`` of (count, distance in bytes)."""
 
-    start: int
-    steps: tuple[tuple[int, int], ...]
+def _place(view: torch.Tensor) -> tuple[int, Steps]:
+    """Return the first byte of a storage that a view reads, and its steps."""
+    width = view.element_size()
+    steps = [(concrete_size(n), concrete_size(d) * width) for n, d in zip(view.shape, view.stride(), strict=True)]
+    return concrete_size(view.storage_offset()) * width, ((width, 1), *(s for s in steps if s[0] != 1))
 
-    @staticmethod
-    def of(view: torch.Tensor) -> _Place:
-        width = view.element_size()
-        steps = [(concrete_size(n), concrete_size(d) * width) for n, d in zip(view.shape, view.stride(), strict=True)]
-        return _Place(concrete_size(view.storage_offset()) * width, ((width, 1), *(s for s in steps if s[0] != 1)))
 
-    def length(self, below: int | None = None) -> int:
-        """Return the number of bytes from the first to the last, over the steps shorter than ``below``."""
-        return 1 + sum((count - 1) * step for count, step in self.steps if below is None or step < below)
+def _length(steps: Steps, below: int | None = None) -> int:
+    """Return the number of bytes from the first to the last, over the steps shorter than ``below``."""
+    return 1 + sum((count - 1) * step for count, step in steps if below is None or step < below)
 
-    def fits(self, row: int) -> bool:
-        """Say whether the view takes the same part of each of its rows of ``row`` bytes."""
-        whole = all(step < row or step % row == 0 for _, step in self.steps)
-        return whole and self.start % row + self.length(row) <= row
+
+def _fits(start: int, steps: Steps, row: int) -> bool:
+    """Say whether a view takes the same part of each of its rows of ``row`` bytes."""
+    whole = all(step < row or step % row == 0 for _, step in steps)
+    return whole and start % row + _length(steps, row) <= row
 
 
 def may_overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Say whether two views of one storage may share an element; False only if they certainly do not."""
     if 0 in (*map(concrete_size, a.shape), *map(concrete_size, b.shape)):
         return False
-    one, other = _Place.of(a), _Place.of(b)
-    if _apart(one.start, one.length(), other.start, other.length()):
+    (start, of_a), (other, of_b) = _place(a), _place(b)
+    if _apart(start, _length(of_a), other, _length(of_b)):
         return False
-    rows = {step for place in (one, other) for _, step in place.steps if step > 1}
+    rows = {step for _, step in (*of_a, *of_b) if step > 1}
     return not any(
-        one.fits(row)
-        and other.fits(row)
-        and _apart(one.start % row, one.length(row), other.start % row, other.length(row))
+        _fits(start, of_a, row)
+        and _fits(other, of_b, row)
+        and _apart(start % row, _length(of_a, row), other % row, _length(of_b, row))
         for row in rows
     )
 

@@ -298,8 +298,9 @@ class _Recorder(TorchDispatchMode):
         made = tensors(result)
         if func._schema.name.startswith(ABOUT_TENSORS):
             return result
-        if isinstance(result, torch.Tensor) and _returns_its_argument(func, args) and id(args[0]) in self._origin:
-            self._origin[id(result)] = self._origin[id(args[0])]
+        first = func._schema.arguments[0].alias_info if args and func._schema.arguments else None
+        if isinstance(result, torch.Tensor) and first is not None and id(args[0]) in self._origin:
+            self._origin[id(result)] = self._origin[id(args[0])]  # it returns its first argument, or a view of it
         # A function that makes a tensor, as arange does, detaches it inside.
         if func is not torch.ops.aten.detach.default or isinstance(given[0], Operand):
             carried = made + tensors([*args, *kwargs.values()])
@@ -319,9 +320,3 @@ def _may_return(func: OpOverload, val: Any) -> bool:
     if isinstance(val, torch.Tensor):
         return kinds == ["Tensor"]
     return isinstance(val, (tuple, list)) and kinds in (["List[Tensor]"], ["Tensor"] * len(val))
-
-
-def _returns_its_argument(func: OpOverload, args: tuple[Any, ...]) -> bool:
-    """Say whether ``func`` returns its first argument, or a view of it."""
-    arguments = func._schema.arguments
-    return bool(arguments and args) and arguments[0].alias_info is not None

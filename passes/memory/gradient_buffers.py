@@ -157,8 +157,8 @@ def _table_gradient(rows: Tensor, ids: Tensor, count: int, padding: int) -> Tens
     )
 
 
-def _fake(rows: Tensor, ids: Tensor, count: int, padding: int) -> Tensor:
-    return rows.new_empty(count, rows.shape[1])
-
-
-define_operator("table_gradient(Tensor rows, Tensor ids, SymInt count, int padding) -> Tensor", _table_gradient, _fake)
+define_operator(
+    "table_gradient(Tensor rows, Tensor ids, SymInt count, int padding) -> Tensor",
+    _table_gradient,
+    lambda rows, ids, count, padding: rows.new_empty(count, rows.shape[1]),
+)

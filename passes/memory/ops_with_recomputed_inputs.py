@@ -6,7 +6,7 @@ Before: ``conv2d(h, w)`` saves ``h``. After: ``computing_again(conv2d)(h, w)`` s
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,36 +28,16 @@ from amp_graph.passes.torch_compat.autograd import outer_saved_tensors_hooks
 FEW = torch.iinfo(torch.int16).max
 
 
-@dataclass(frozen=True)
-class _Root:
-    """A value that need not be saved: its tensor, and the node that made it."""
-
-    tensor: Tensor
-    node: Any
-
-    def holds(self, t: Tensor) -> bool:
-        """Say whether ``t`` is this tensor, or a view of it."""
-        same = t.dtype == self.tensor.dtype and t.layout is torch.strided
-        return same and t.untyped_storage()._cdata == self.tensor.untyped_storage()._cdata
+Root = tuple[Tensor, Any]  # a value that need not be saved, and the node that made it
 
 
-@dataclass(frozen=True)
-class _Left:
-    """What is saved in place of a tensor: the node that made its value, the value's layout, and the viewed part."""
-
-    node: Any
-    whole: tuple[Any, Any]
-    part: tuple[Any, Any, Any] | None
-
-    def tensor(self) -> Tensor:
-        value = value_of(self.node)
-        shape, stride = self.whole
-        if value.stride() != stride:
-            value = torch.empty_strided(shape, stride, dtype=value.dtype, device=value.device).copy_(value)
-        return value if self.part is None else value.as_strided(*self.part)
+def _holds(root: Root, t: Tensor) -> bool:
+    """Say whether ``t`` is this value, or a view of it."""
+    same = t.dtype == root[0].dtype and t.layout is torch.strided
+    return same and t.untyped_storage()._cdata == root[0].untyped_storage()._cdata
 
 
-def _root_of(given: Tensor) -> _Root | None:
+def _root_of(given: Tensor) -> Root | None:
     """Return the recomputable value that ``given`` is, or is a view of; None if there is none."""
     node: Any = given.grad_fn
     if node is None:
@@ -69,7 +49,7 @@ def _root_of(given: Tensor) -> _Root | None:
         return None
     if node.name() in CASTS and KEY not in node.metadata:
         _mark_cast(node, tensor)
-    return _Root(tensor, node) if KEY in node.metadata else None
+    return (tensor, node) if KEY in node.metadata else None
 
 
 def _mark_cast(node: Any, made: Tensor) -> None:
@@ -81,18 +61,27 @@ def _mark_cast(node: Any, made: Tensor) -> None:
     before.metadata[KEY].readers += 1
 
 
-def _pack(roots: list[_Root], outer: Any) -> Callable[[Tensor], Any]:
+def _pack(roots: list[Root], outer: Any) -> Callable[[Tensor], Any]:
     def pack(t: Tensor) -> Any:
-        root = next((r for r in roots if r.holds(t)), None)
+        root = next((r for r in roots if _holds(r, t)), None)
         if root is None:
-            return _as_ever(t, roots[0].tensor, outer)
-        whole, given = root.tensor, (tuple(t.shape), t.stride(), t.storage_offset())
+            return _as_ever(t, roots[0][0], outer)
+        (whole, node), given = root, (tuple(t.shape), t.stride(), t.storage_offset())
         start = whole.storage_offset()
         part = None if given == (tuple(whole.shape), whole.stride(), start) else (*given[:2], given[2] - start)
-        root.node.metadata[KEY].readers += 1
-        return _Left(root.node, (tuple(whole.shape), whole.stride()), part)
+        node.metadata[KEY].readers += 1
+        return partial(_computed, node, (tuple(whole.shape), whole.stride()), part)
 
     return pack
+
+
+def _computed(node: Any, whole: tuple[Any, Any], part: tuple[Any, Any, Any] | None) -> Tensor:
+    """Return the value that ``node`` made, in the layout ``whole``, or a part that was viewed of it."""
+    value = value_of(node)
+    shape, stride = whole
+    if value.stride() != stride:
+        value = torch.empty_strided(shape, stride, dtype=value.dtype, device=value.device).copy_(value)
+    return value if part is None else value.as_strided(*part)
 
 
 def _as_ever(t: Tensor, read: Tensor, outer: Any) -> Any:
@@ -109,8 +98,8 @@ def _itself(t: Tensor, outer: Any) -> tuple[Callable[[Any], Tensor], Any]:
 
 
 def _unpack(packed: Any) -> Tensor:
-    if isinstance(packed, _Left):
-        return computed(packed.tensor)
+    if callable(packed):
+        return computed(packed)
     unpack, kept = packed
     found: Tensor = unpack(kept)
     return found

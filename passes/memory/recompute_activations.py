@@ -89,7 +89,7 @@ class RecomputeActivations(Pass):
         """Visit every activation and norm, in order."""
         work = _Work(self.options, observe(gm, marks(gm)))
         for node in list(gm.graph.nodes):
-            if _is_recomputed_relu(node):
+            if node.target is relu_computed_again or (traits_of(node.target).kind == "relu" and _is_recomputed(node)):
                 work.note(node)
             elif kind := _kind(node):
                 yield from work.visit(node, kind)
@@ -199,10 +199,6 @@ def _is_recomputed(node: Node) -> bool:
     known = traits_of(node.target)
     ours = getattr(node.target, "__module__", "") == recomputable_ops.__name__
     return ours or (known is not NO_TRAITS and known.replacement is None)
-
-
-def _is_recomputed_relu(node: Node) -> bool:
-    return node.target is relu_computed_again or (traits_of(node.target).kind == "relu" and _is_recomputed(node))
 
 
 def _before(relu: Node) -> Any:

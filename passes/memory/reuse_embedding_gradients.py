@@ -84,12 +84,8 @@ def _reads_table(node: Node) -> bool:
     if node.op != "call_function" or node.target not in SIGNATURES or not {REGION, TRANSFORM}.isdisjoint(node.meta):
         return False
     weight = SIGNATURES[node.target].bind(*node.args, **node.kwargs).arguments["weight"]
-    return is_trained(node) and isinstance(weight, Node) and _is_table(weight)
-
-
-def _is_table(weight: Node) -> bool:
-    table = captured(weight)
-    if weight.op != "placeholder" or not isinstance(table, torch.nn.Parameter) or not table.requires_grad:
+    table = captured(weight) if isinstance(weight, Node) and weight.op == "placeholder" else None
+    if not is_trained(node) or not isinstance(table, torch.nn.Parameter) or not table.requires_grad:
         return False
     return table.dtype == torch.float32 and table.device.type == "cpu" and table.is_contiguous()
 

@@ -141,7 +141,9 @@ class RuleBasedPlan:
         if self.may_round(node, kind, counted):
             return self._set_low(node, kind, inputs, kind.why)
         if len(low) == len(counted):
-            if self._is_last_sum(node, kind):
+            # A low stream ends in this sum: upcasting one operand costs as much as upcasting the sum.
+            adds = self.fast and kind.mixed and set(kind.names) <= ADDITIONS
+            if adds and self._only_full_readers(node):
                 why = "accuracy=fast: last sum of a low-precision stream, unrounded"
                 return Choice(FULL, why, dict.fromkeys(counted[:1], FULL))
             if kind.cls is OpClass.FP32_INSIDE and self._must_return_full(node, kind):
@@ -217,10 +219,6 @@ class RuleBasedPlan:
         kind = self.classes.get(user)
         restored = user.op == "output" and self.problem.keep_outputs
         return restored or (kind is not None and kind.cls in (OpClass.DENY, OpClass.OPAQUE))
-
-    def _is_last_sum(self, node: Node, kind: Classification) -> bool:
-        """Say whether a low stream ends in this sum: upcasting one operand costs as much as upcasting the sum."""
-        return self.fast and kind.mixed and set(kind.names) <= ADDITIONS and self._only_full_readers(node)
 
     def _must_return_full(self, node: Node, kind: Classification) -> bool:
         """Say whether rounding the result would lose accuracy that autocast keeps.

@@ -109,16 +109,12 @@ def attention_around(softmax: Node) -> Found | None:
     if merged and scores.split is not None and (behind := one_reader(reader)) is not None and _splits(behind, scores):
         last, merged = behind, False
     formula = Formula(scores.query, last, {*inside, reader, last})
-    if not is_closed(formula) or _is_any_written(formula, scores, values):
+    others = (scores.turned, values, *(term.node for term in scores.masks))
+    if not is_closed(formula) or any(is_written_meanwhile(formula, node, scores.inside) for node in others):
         return None
     if dropout is not None and _is_any_drawn(dropout, last):
         return None
     return Found(formula, scores, values, merged, 0.0 if dropout is None else _dropped_by(dropout))
-
-
-def _is_any_written(formula: Formula, scores: Scores, values: Node) -> bool:
-    others = (scores.turned, values, *(term.node for term in scores.masks))
-    return any(is_written_meanwhile(formula, node, scores.inside) for node in others)
 
 
 def _is_over_the_last(softmax: Node, source: Node) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import string
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -52,13 +52,8 @@ class EinsumToMatmul(NodePass):
         return Change(self.name, "as a matmul", _put(gm, node, product, operands, mode).name, equation)
 
 
-class _Product(NamedTuple):
-    """Permutations of the operands of a matmul and of its result; ``swapped``: the second operand comes first."""
-
-    left: tuple[int, ...]
-    right: tuple[int, ...]
-    behind: tuple[int, ...]
-    swapped: bool
+# Permutations of the first and the second factor of a matmul, and of its result; whether the second operand is first.
+Product = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], bool]
 
 
 def _einsum_arguments(node: Node) -> tuple[str, Node, Node] | None:
@@ -68,7 +63,7 @@ def _einsum_arguments(node: Node) -> tuple[str, Node, Node] | None:
     return (given["equation"], *given["tensors"]) if given is not None and len(given["tensors"]) == 2 else None
 
 
-def _with_same_strides(node: Node, equation: str, operands: list[Node], mode: FakeTensorMode) -> _Product | None:
+def _with_same_strides(node: Node, equation: str, operands: list[Node], mode: FakeTensorMode) -> Product | None:
     """Return a matmul whose result has the strides of ``node``, an einsum; None if there is none."""
     wanted, given = captured(node), [captured(o) for o in operands]
     read = _read(equation, [t.dim() for t in given])
@@ -111,7 +106,7 @@ def _read(equation: str, dims: Sequence[int]) -> tuple[str, str, str] | None:
     return said[0], said[1], said[2]
 
 
-def _product(first: str, second: str, result: str, swapped: bool) -> _Product | None:
+def _product(first: str, second: str, result: str, swapped: bool) -> Product | None:
     """Return the matmul of ``first`` and ``second``; None if the sum is not one matmul."""
     summed = [i for i in first if i in second and i not in result]
     shared = [i for i in result if i in first and i in second]
@@ -123,16 +118,15 @@ def _product(first: str, second: str, result: str, swapped: bool) -> _Product | 
     if len(rows) > 1 and shared:
         return None
     left, right, made = [*shared, *rows, *summed], [*shared, *summed, *columns], [*shared, *rows, *columns]
-    return _Product(
-        tuple(map(first.index, left)), tuple(map(second.index, right)), tuple(map(made.index, result)), swapped
-    )
+    return tuple(map(first.index, left)), tuple(map(second.index, right)), tuple(map(made.index, result)), swapped
 
 
-def _build(product: _Product, operands: list[Any], call: Callable[..., Any]) -> Any:
+def _build(product: Product, operands: list[Any], call: Callable[..., Any]) -> Any:
     """Build the permuted matmul of ``operands`` by ``call``, and return the result of the last call."""
-    one, other = operands[::-1] if product.swapped else operands
-    made = call(torch.matmul, _permuted(one, product.left, call), _permuted(other, product.right, call))
-    return _permuted(made, product.behind, call)
+    left, right, behind, swapped = product
+    one, other = operands[::-1] if swapped else operands
+    made = call(torch.matmul, _permuted(one, left, call), _permuted(other, right, call))
+    return _permuted(made, behind, call)
 
 
 def _permuted(operand: Any, order: tuple[int, ...], call: Callable[..., Any]) -> Any:
@@ -151,7 +145,7 @@ def _form(made: Tensor) -> tuple[Any, ...]:
     return made.dtype, *map(str, (*made.shape, *made.stride()))
 
 
-def _put(gm: GraphModule, node: Node, product: _Product, operands: list[Node], mode: FakeTensorMode) -> Node:
+def _put(gm: GraphModule, node: Node, product: Product, operands: list[Node], mode: FakeTensorMode) -> Node:
     """Replace ``node`` by ``product``; return the new node."""
 
     def put(function: Callable[..., Any], operand: Node, *args: Any) -> Node:

@@ -100,7 +100,8 @@ class PadShapes(NodePass):
         told = _odd_channels(given["weight"]) if convolves else _odd_sizes(given["weight"])
         if not told:
             return None
-        work = _work(node, value(given["weight"]))
+        # Multiply-adds: one for each element of the result and each that it sums over.
+        work = math.prod(concrete_size(n) for n in (*value(node).shape, *value(given["weight"]).shape[1:]))
         lies = not convolves or is_channels_last(value(given["input"]))
         device = self.options.planned_for
         if not (lies and aligning_is_profitable(device, value(node).dtype, work)):
@@ -143,12 +144,6 @@ def _odd_sizes(weight: Node) -> str:
 def _odd_channels(weight: Node) -> str:
     channels = concrete_size(value(weight).shape[1])
     return f"{channels} channels" if value(weight).dim() == 4 and missing_channels(channels) else ""
-
-
-def _work(node: Node, weight: torch.Tensor) -> int:
-    """Return the number of multiply-adds: one per element of the result and per element that it sums over."""
-    inside = math.prod(concrete_size(n) for n in weight.shape[1:])
-    return inside * math.prod(concrete_size(n) for n in value(node).shape)
 
 
 def _align(node: Node, given: dict[str, Any], convolves: bool, mode: FakeTensorMode) -> bool:

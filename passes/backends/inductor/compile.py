@@ -80,12 +80,9 @@ def _hook(passes: Sequence[Pass]) -> Any:
     """Return passes as an Inductor hook, with their source as the key of its cache."""
 
     def run(graph: Graph) -> None:
-        run_passes(_module_of(graph), passes)
+        owner = graph.owning_module
+        gm = owner if isinstance(owner, GraphModule) else GraphModule(torch.nn.Module(), graph)
+        run_passes(gm, passes)
 
     files = (__file__, *sorted({inspect.getfile(type(one)) for one in passes}))
     return graph_pass_hook(run, files, [[repr(one) for one in passes]])
-
-
-def _module_of(graph: Graph) -> GraphModule:
-    owner = graph.owning_module
-    return owner if isinstance(owner, GraphModule) else GraphModule(torch.nn.Module(), graph)

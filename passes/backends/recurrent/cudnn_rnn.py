@@ -124,10 +124,6 @@ def _forward_fake(
     return (out, *states, *kept)
 
 
-def _backward_fake(grads: list[Tensor], kind: str, x: Tensor, hidden: Any, params: Any, *others: Any) -> list[Tensor]:
-    return [t.new_empty(t.shape) for t in (x, *hidden, *params)]
-
-
 _GIVEN = "str kind, Tensor x, Tensor[] hidden, Tensor[] params, int num_layers, bool bidirectional"
 define_operator(
     f"cudnn_rnn({_GIVEN}, bool trains) -> (Tensor, Tensor, Tensor, Tensor, Tensor)", _forward, _forward_fake
@@ -135,5 +131,5 @@ define_operator(
 define_operator(
     f"cudnn_rnn_backward(Tensor[] grads, {_GIVEN}, Tensor out, Tensor reserve, Tensor weights) -> Tensor[]",
     _backward,
-    _backward_fake,
+    lambda grads, kind, x, hidden, params, *_: [t.new_empty(t.shape) for t in (x, *hidden, *params)],
 )

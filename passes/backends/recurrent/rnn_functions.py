@@ -168,12 +168,12 @@ def _backward(
     return [(torch.zeros_like(t) if g is None else g).contiguous() for t, g in zip(wanted, found, strict=True)]
 
 
-def _backward_fake(
-    grads: list[Tensor], needed: list[bool], kind: str, x: Tensor, hidden: Any, params: Any, *how: Any
-) -> list[Tensor]:
-    return [t.new_empty(t.shape) for t, need in zip([x, *hidden, *params], needed, strict=True) if need]
-
-
 _GIVEN = "str kind, Tensor x, Tensor[] hidden, Tensor[] params, bool has_biases, int num_layers, bool bidirectional"
 define_operator(f"recurrent({_GIVEN}) -> (Tensor, Tensor, Tensor)", _recurrent, _recurrent_fake)
-define_operator(f"recurrent_backward(Tensor[] grads, bool[] needed, {_GIVEN}) -> Tensor[]", _backward, _backward_fake)
+define_operator(
+    f"recurrent_backward(Tensor[] grads, bool[] needed, {_GIVEN}) -> Tensor[]",
+    _backward,
+    lambda grads, needed, kind, x, hidden, params, *_: [
+        t.new_empty(t.shape) for t, need in zip([x, *hidden, *params], needed, strict=True) if need
+    ],
+)

@@ -158,10 +158,6 @@ def cross_entropy_backward_(grad: Tensor, logits: Tensor, *given: Any) -> Tensor
     return made if made is logits else logits.copy_(made)
 
 
-def _fake_backward(grad: Tensor, logits: Tensor, *_: Any) -> Tensor:
-    return torch.empty_like(logits, memory_format=torch.contiguous_format)
-
-
 # Operators, so that a traced graph (TrainStep's) has one node each and not the loop.
 define_operator(
     "cross_entropy_rows(Tensor logits, Tensor target, int ignore_index) -> Tensor",
@@ -171,7 +167,7 @@ define_operator(
 define_operator(
     "cross_entropy_backward(Tensor grad, Tensor logits, Tensor target, Tensor? grad_wide, int ignore_index) -> Tensor",
     cross_entropy_backward,
-    _fake_backward,
+    lambda grad, logits, *_: torch.empty_like(logits, memory_format=torch.contiguous_format),
 )
 define_operator(
     "cross_entropy_backward_(Tensor grad, Tensor(a!) logits, Tensor target, Tensor? grad_wide, int ignore_index)"

@@ -63,7 +63,7 @@ class FuseCrossEntropy(NodePass):
         if given is None or found is None:
             return None
         memory = observe(gm, marks(gm))
-        reason = _why_not(node, given, found, memory) or _why_not_in_parts(given, found, self.options.planned_for)
+        reason = _why_not(node, given, found, memory, self.options.planned_for)
         if reason:
             return Skip(node.name, reason)
         rows = math.prod(concrete_size(n) for n in value(found.low).shape[:-1])
@@ -101,7 +101,7 @@ def _widens(node: Node) -> bool:
     return node.op == "call_method" and (CAST in node.meta or node.target in ("float", "to", "type"))
 
 
-def _why_not(node: Node, given: dict[str, Any], found: Logits, memory: Memory) -> str:
+def _why_not(node: Node, given: dict[str, Any], found: Logits, memory: Memory, planned_for: str) -> str:
     """Return why a loss stays as it is, or ""."""
     used = (found.low, found.cast, *found.path, node, given["target"])
     if any(REGION in n.meta or TRANSFORM in n.meta or CHECKPOINT in n.meta for n in (found.cast, *found.path, node)):
@@ -118,14 +118,8 @@ def _why_not(node: Node, given: dict[str, Any], found: Logits, memory: Memory) -
         return f"its logits are read before the loss, by {others[0].name}"
     if concrete_size(low.shape[-1]) != concrete_size(logits.shape[1]):
         return "its classes are not the last dimension of the logits"
-    return ""
-
-
-def _why_not_in_parts(given: dict[str, Any], found: Logits, planned_for: str) -> str:
-    """Return why torch's operations are left for the device, or ""."""
-    low = value(found.low)
     device = planned_for if low.device.type == "cpu" else low.device.type
-    rows, classes = (concrete_size(n) for n in value(given["self"]).shape)
+    rows, classes = (concrete_size(n) for n in logits.shape)
     if cross_entropy_in_parts_is_profitable(device, low.dtype, rows, classes):
         return ""
     return f"torch's is as fast for {rows} x {classes} logits in {low.dtype} on {device}"

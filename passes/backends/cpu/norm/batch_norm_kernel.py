@@ -7,7 +7,6 @@ After: ``batch_norm_relu``, which reads its input twice, and in backward ``batch
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -116,10 +115,6 @@ def batch_norm_relu_backward(
     return [*sums[:2], *(t for t in (masked, dx) if t is not None)]
 
 
-def _fake(x: Tensor, other: Tensor | None, mean: Any, var: Any, weight: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x, memory_format=LAST), weight.new_empty((2, x.shape[1]))
-
-
 def _fake_backward(
     grad: Tensor, x: Tensor, out: Tensor | None, weight: Tensor, bias: Tensor, stats: Tensor, relu: bool, wants_x: bool
 ) -> list[Tensor]:
@@ -131,7 +126,10 @@ define_operator(
     "batch_norm_relu(Tensor x, Tensor? other, Tensor(a!)? running_mean, Tensor(b!)? running_var, Tensor weight, "
     "Tensor bias, float momentum, float eps, bool relu) -> (Tensor, Tensor)",
     batch_norm_relu,
-    _fake,
+    lambda x, other, mean, var, weight, *_: (
+        torch.empty_like(x, memory_format=LAST),
+        weight.new_empty((2, x.shape[1])),
+    ),
 )
 define_operator(
     "batch_norm_relu_again(Tensor x, Tensor? other, Tensor weight, Tensor bias, Tensor stats, bool relu) -> Tensor",

@@ -20,6 +20,7 @@ from amp_graph.passes.torch_compat.fake import (
     FakeTensor,
     FakeTensorMode,
     depends_on_data,
+    is_number,
     tracing_fake,
     unset_fake_temporarily,
     with_sizes_of,
@@ -33,6 +34,7 @@ TAKEN_APART = frozenset(
     | {torch.matmul, operator.matmul, _ATEN.matmul.default}
     | {torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}
     | {_ATEN.lstm.input, _ATEN.gru.input, _ATEN.rnn_tanh.input, _ATEN.rnn_relu.input}
+    | {torch.einsum, _ATEN.einsum.default}
 )
 
 
@@ -188,7 +190,8 @@ def _is_plain(leaf: Any) -> bool:
     """Say whether ``leaf`` is no tensor and no symbol, or a dense tensor of fixed sizes that has elements."""
     if not isinstance(leaf, torch.Tensor):
         return not isinstance(leaf, torch.SymInt)
-    return leaf.layout == torch.strided and not leaf.is_nested and all(type(n) is int and n for n in leaf.shape)
+    dense = leaf.layout == torch.strided and not leaf.is_nested
+    return dense and all(type(n) is int and n for n in leaf.shape) and is_number(*leaf.stride())
 
 
 class _Layout(NamedTuple):
@@ -203,7 +206,7 @@ def _on_meta(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     A fake mode decomposes the operation and processes each of about twenty parts. The meta device does not: it gives
     the same sizes, strides, dtypes and errors in a fraction of the time, and once for equal layers.
     """
-    first = next(leaf for leaf in (*args, *kwargs.values()) if isinstance(leaf, torch.Tensor))
+    first = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
     with unset_fake_temporarily():
         found = _result(target, _as_layouts(args), tuple((k, _as_layouts(v)) for k, v in kwargs.items()))
     return _made(found, first.device)

@@ -139,5 +139,5 @@ def _check_duplicates(rules: tuple[Rule, ...]) -> None:
                 f"{rule.op} has two entries: {first.cls} at {first.origin}, and {rule.cls} here",
                 where=rule.origin,
                 legal="one entry for an operator, or entries told apart by `when`",
-                fix=f'[[op]]\nop = "{rule.op}"\nclass = "{first.cls}"\nwhy = "..."',
+                fix=f"remove the entry at {first.origin}, or give one of the two a `when`",
             )

@@ -49,7 +49,7 @@ def _choice(node: Node, made: Formulation, low: frozenset[int], limits: Mapping[
         wants[given.promoted[0]] = FULL  # the kernel promotes the others
     if i in limits:
         reads = any(made.of.get(user) == limits[i] for user in node.users)
-        return Choice(FULL, "a reader takes full precision" if reads else "operands are full precision", wants)
+        return Choice(FULL, "a reader takes full precision" if reads else "what it reads is full precision", wants)
     return Choice(FULL, _why_full(given, made, low), wants)
 
 

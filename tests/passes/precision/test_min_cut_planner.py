@@ -159,7 +159,7 @@ def test_reasons_of_what_the_cut_leaves_full_are_true(policy):
 
 
 WHY_FULL = {
-    "operands are full precision",
+    "what it reads is full precision",
     "a reader takes full precision",
     "not profitable: low precision with N casts of operands would take longer",
     "full precision in the fastest plan within the error budget; at the least predicted time",

@@ -157,15 +157,6 @@ def test_a_region_is_looked_at(region):
         assert not ready(model, X)
 
 
-def test_a_transform_is_looked_at():
-    model, asked = amp_graph.convert(nn.Linear(8, 4)), []
-    for _ in range(3):
-        model(X)
-    with pytest.warns(AmpGraphWarning, match="transform"):
-        torch.func.vmap(lambda x: asked.append(ready(model, X)) or x)(X)
-    assert asked == [False]
-
-
 @pytest.mark.parametrize("compile", ["eager", "inductor"])
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
 def test_hooks_of_saved_tensors_see_what_a_call_saves(compile):

@@ -8,6 +8,7 @@ import torch
 
 from amp_graph import Policy
 from amp_graph.errors import PolicyError
+from amp_graph.passes.pipeline_options import PipelineOptions
 from tests.passes.planning import machine
 
 # A value of its own for every field: a round trip that loses a field cannot hide behind a default.
@@ -43,6 +44,18 @@ FIELDS = [f.name for f in dataclasses.fields(Policy)]
 def test_every_field_has_another_value_here():
     assert set(OTHER) == set(FIELDS)
     assert all(OTHER[f.name] != f.default for f in dataclasses.fields(Policy))
+
+
+READ_FROM_FILES = {"lists", "calibration"}
+OF_THE_GRAPH = {"device"}  # ``planned_for`` is what the policy says
+
+
+@pytest.mark.parametrize(
+    "name", sorted(set(OTHER).intersection(PipelineOptions.__annotations__) - READ_FROM_FILES - OF_THE_GRAPH)
+)
+def test_a_word_that_passes_read_is_handed_on_to_them(name):
+    options = [getattr(policy.pipeline_options("cpu"), name) for policy in (Policy(), Policy(**{name: OTHER[name]}))]
+    assert options[0] != options[1]
 
 
 PATTERNS = ("a,b", "a=b", "x{1,2}", r"\w+,\d", "a|b", r"layers\.(0|1)\..*")

@@ -167,9 +167,11 @@ def cast_value(val: torch.Tensor, dtype: torch.dtype, mode: FakeTensorMode) -> t
 
 def _keeps_dtype(operation: Any) -> bool:
     """Say whether the result of an operation has the dtype of its floating-point operands, if these have one."""
-    known = node_info.is_view(operation.op) or operation.op in OF_ONE_DTYPE
-    known = known or any(tag.name in ("pointwise", "reduction") for tag in operation.op.tags)
-    return known and operation.arguments.get("dtype") is None and not operation.op._schema.is_mutable
+    op = operation.op
+    is_view = node_info.is_view(op) and op is not _ATEN.as_strided.default  # whose offset is that in the memory
+    is_tagged = not node_info.is_composite(op) and any(tag.name in ("pointwise", "reduction") for tag in op.tags)
+    known = is_view or is_tagged or op in OF_ONE_DTYPE
+    return known and operation.arguments.get("dtype") is None and not op._schema.is_mutable
 
 
 def call_node(node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

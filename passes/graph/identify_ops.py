@@ -6,7 +6,7 @@ Before: ``x @ w``, ``F.linear(x, w)``, ``torch.ops.aten.mm(x, w)``. After: ``ate
 
 from __future__ import annotations
 
-import contextlib
+import inspect
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -238,7 +238,8 @@ def _trace(node: Node, mode: FakeTensorMode, decompose: frozenset[OpOverload]) -
 def _operations(node: Node, mode: FakeTensorMode, decompose: frozenset[OpOverload], *, symbolic: bool) -> Operations:
     """Call ``node`` on its fake tensors and return the operations that it calls."""
     flat, spec, used = argument_leaves(node, mode, symbolic=symbolic)
-    is_known = used is mode and not decompose and bool(tensors(value(node)))
+    # Code in Python calls any number of operations, which may fail, and tell of it, on another's result.
+    is_known = used is mode and not (decompose or inspect.isfunction(node.target)) and bool(tensors(value(node)))
     with tracing_fake(used, symbolic=symbolic):
         once = {id(leaf): leaf for leaf in flat}
         if decompose or _may_change_sizes(node):  # the graph's values keep theirs; parts are fewer without gradients
@@ -247,9 +248,12 @@ def _operations(node: Node, mode: FakeTensorMode, decompose: frozenset[OpOverloa
         inputs = [one for one in once.values() if isinstance(one, torch.Tensor)]
         for known in (value(node), None) if is_known else (None,):
             recorder = _Recorder(inputs, decompose, known)
-            with below_autograd(), recorder, contextlib.suppress(_Further):
+            with Attempt() as tried, below_autograd(), recorder:
                 call_node(node, *given)
+            if not recorder.assumes or (tried.error is None and len(recorder.operations) == 1):
                 break
+    if tried.error is not None:
+        raise tried.error
     return tuple(recorder.operations)
 
 
@@ -260,19 +264,16 @@ def _may_change_sizes(node: Node) -> bool:
     return name.endswith("_") or (node.op == "call_function" and home.split(".")[0] not in ("torch", "_operator"))
 
 
-class _Further(Exception):
-    """A node calls more than an operation that returns its value."""
-
-
 class _Recorder(TorchDispatchMode):
     """Notes each operation, with each argument as an ``Operand`` if it is one of ``inputs``, or a view of one.
 
-    ``known``: the result of the only operation, which needs no run; ``_Further`` if there is another one.
+    ``known``: the result of the first operation if it is the only one, and needs no run. ``assumes``: whether it was
+    returned; what is noted behind it is not valid.
     """
 
     def __init__(self, inputs: list[torch.Tensor], decompose: frozenset[OpOverload], known: Any) -> None:
         super().__init__()
-        self._known = known
+        self._known, self.assumes = known, False
         self.operations: list[Operation] = []
         self._origin = {id(tensor): Operand(i) for i, tensor in enumerate(inputs)}
         self._alive: list[Any] = [inputs]  # an id stays that of one tensor
@@ -290,10 +291,11 @@ class _Recorder(TorchDispatchMode):
                 return result
         given: Any = map_aggregate(args, self._operand)
         named: Any = map_aggregate(kwargs, self._operand)
-        if self._known is not None:
-            if self.operations or func._schema.is_mutable or not _may_return(func, self._known):
-                raise _Further
-        result = fake_result(func, args, kwargs) if self._known is None else self._known
+        known, self._known = self._known, None
+        if known is not None and not func._schema.is_mutable and _may_return(func, known):
+            result, self.assumes = known, True
+        else:
+            result = fake_result(func, args, kwargs)
         self._alive += [args, kwargs, result]
         made = tensors(result)
         if func._schema.name.startswith(ABOUT_TENSORS):

@@ -37,7 +37,7 @@ from amp_graph.passes.graph.meta_keys import CAPTURED, CAST, CHECKPOINT, GRAD, M
 from amp_graph.passes.pipeline_options import PipelineOptions
 from amp_graph.passes.precision.plan_precision import Mark, marks, refuse_mixed
 from amp_graph.passes.precision.planning_problem import FULL, LOW
-from amp_graph.passes.torch_compat.fake import FakeTensorMode, tracing_fake
+from amp_graph.passes.torch_compat.fake import FakeTensorMode
 
 METHODS = {torch.bfloat16: "bfloat16", torch.float16: "half", torch.float32: "float"}
 
@@ -160,8 +160,7 @@ class _Insertion:
         place = graph.inserting_after(source) if before is None else graph.inserting_before(before)
         with place:
             cast = graph.call_method(METHODS[dtype], (source,))
-        with tracing_fake(self.mode, symbolic=False), torch.no_grad():
-            new = cast_value(value(source), dtype, self.mode)
+        new = cast_value(value(source), dtype, self.mode)
         keep_trained(new, captured(source))
         place_like(cast, source if before is None else reader, new, (CHECKPOINT,))
         cast.meta[CAPTURED] = captured(source)  # the value that the readers read before

@@ -20,6 +20,8 @@ from amp_graph.passes.torch_compat.fake import (
     FakeTensor,
     FakeTensorMode,
     depends_on_data,
+    empty_meta,
+    fake_of,
     is_number,
     tracing_fake,
     unset_fake_temporarily,
@@ -145,24 +147,22 @@ def in_other_dtype(node: Node, mode: FakeTensorMode) -> Any:
     (dtype,) = now
 
     def made(part: torch.Tensor) -> torch.Tensor:
-        fresh = torch.empty_strided(part.shape, part.stride(), dtype=dtype, device="meta")
+        fresh = empty_meta(part, dtype)
         if storage_key(part) in shown:
             new, was = shown[storage_key(part)]
             place = new.storage_offset() + part.storage_offset() - was.storage_offset()
             fresh.set_(new.untyped_storage(), place, part.shape, part.stride())
-        return FakeTensor(mode, fresh, part.device)
+        return fresh
 
-    with unset_fake_temporarily():
-        return tree_map_only(torch.Tensor, made, old)
+    return tree_map_only(torch.Tensor, lambda part: fake_of(mode, part.device, lambda: made(part)), old)
 
 
 def cast_value(val: torch.Tensor, dtype: torch.dtype, mode: FakeTensorMode) -> torch.Tensor:
-    """Return the value of a cast of ``val``, under its mode."""
-    if not _is_plain(val):
+    """Return the value of a cast of ``val``."""
+    if _is_plain(val):
+        return fake_of(mode, val.device, lambda: torch.empty_like(empty_meta(val, val.dtype), dtype=dtype))
+    with tracing_fake(mode, symbolic=False), torch.no_grad():
         return torch.empty_like(val, dtype=dtype)
-    with unset_fake_temporarily():
-        plain = torch.empty_strided(val.shape, val.stride(), dtype=val.dtype, device="meta")
-        return FakeTensor(mode, torch.empty_like(plain, dtype=dtype), val.device)
 
 
 def _keeps_dtype(operation: Any) -> bool:

@@ -19,7 +19,7 @@ from amp_graph.passes.base import Pass, PassError, Writes
 from amp_graph.passes.graph.fake_values import tensors, value
 from amp_graph.passes.graph.liveness import Lifetimes
 from amp_graph.passes.graph.meta_keys import JOINT
-from amp_graph.passes.torch_compat.fake import FakeTensor, FakeTensorMode, empty_fake
+from amp_graph.passes.torch_compat.fake import FakeTensor, FakeTensorMode, empty_meta, fake_of
 from amp_graph.passes.torch_compat.storage import storage_key
 
 UPDATES = ("update-parameters",)  # passes that read the gradients last
@@ -273,4 +273,4 @@ def _one_mode(gm: GraphModule) -> None:
 
 def like_in(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
     """Return a new fake tensor of ``mode`` with sizes, strides, dtype and device of ``tensor``."""
-    return empty_fake(mode, tensor.shape, tensor.stride(), tensor.dtype, device=tensor.device)
+    return fake_of(mode, tensor.device, lambda: empty_meta(tensor, tensor.dtype))

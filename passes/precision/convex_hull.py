@@ -30,6 +30,7 @@ class Tradeoff:
 
     def __init__(self, costs: Task, harm: Task) -> None:
         self.costs, self.harm = costs, harm
+        self._solved: dict[tuple[int, int], Point] = {}  # ten budgets ask for most of them again
 
     def point(self, low: Collection[int]) -> Point:
         """Return an assignment with its cost and its harm."""
@@ -68,7 +69,10 @@ class Tradeoff:
             beyond, inside = (beyond, found) if found.harm <= bound else (found, inside)
 
     def _best(self, of_cost: int, of_harm: int) -> Point:
-        return self.point(cheapest(weighted(self.costs, of_cost, self.harm, of_harm)))
+        key = (of_cost, of_harm)
+        if key not in self._solved:
+            self._solved[key] = self.point(cheapest(weighted(self.costs, of_cost, self.harm, of_harm)))
+        return self._solved[key]
 
 
 def weighted(costs: Task, of_cost: int, harm: Task, of_harm: int) -> Task:

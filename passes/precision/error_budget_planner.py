@@ -9,7 +9,6 @@ import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-import torch
 from torch.fx import Node
 
 from amp_graph.lists import OpClass
@@ -20,6 +19,7 @@ from amp_graph.passes.precision.build_assignment import Formulation, formulate, 
 from amp_graph.passes.precision.classify import Classification
 from amp_graph.passes.precision.convex_hull import Point, Tradeoff
 from amp_graph.passes.precision.machine_rates import Machine
+from amp_graph.passes.precision.op_cost import floats
 from amp_graph.passes.precision.planning_problem import LOW, Problem
 from amp_graph.passes.precision.precision_assignment import FULL_ALWAYS, LOW_ALWAYS, Task, Term, cheapest
 from amp_graph.passes.precision.rule_based_planner import GATHERS, paint
@@ -58,12 +58,8 @@ def _roundings(node: Node, kind: Classification) -> float:
     """Return the number of roundings that one result counts for."""
     if GATHERS.isdisjoint(kind.names):
         return 1.0
-    given = max((numel(t) for n in node.all_input_nodes if n in kind.applies for t in _floats(n)), default=1)
-    return max(1.0, sum(map(numel, _floats(node))) / max(1, given))
-
-
-def _floats(node: Node) -> list[torch.Tensor]:
-    return [t for t in tensors(captured(node)) if t.is_floating_point()]
+    given = max((numel(t) for n in node.all_input_nodes if n in kind.applies for t in floats(n)), default=1)
+    return max(1.0, sum(map(numel, floats(node))) / max(1, given))
 
 
 def _lowered(made: Formulation) -> list[tuple[Node, Node, int]]:

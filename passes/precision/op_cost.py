@@ -67,7 +67,7 @@ def work_of(node: Node, kind: Classification) -> Work:
         return Work("")
     if _is_view(node, kind):
         return Work("", sums=_summed(node) + _placed(node) if is_trained(node) else 0)
-    given, made = _floats(*node.all_input_nodes), _floats(node)
+    given, made = floats(*node.all_input_nodes), floats(node)
     sums = _summed(node) if is_trained(node) else 0
     elements = sum(map(numel, given)) + sum(map(numel, made))
     family = _family(kind)
@@ -86,10 +86,11 @@ def forward_flops(node: Node, cls: OpClass, ops: tuple[str, ...]) -> int:
     A multiply-add counts as two. Returns 0 for an operation without matmul, convolution or attention.
     """
     kind = Classification(cls, "", "", ops)
-    return _flops(kind, _floats(*node.all_input_nodes), _floats(node)) if _family(kind) in COUNTED else 0
+    return _flops(kind, floats(*node.all_input_nodes), floats(node)) if _family(kind) in COUNTED else 0
 
 
-def _floats(*nodes: Node) -> list[torch.Tensor]:
+def floats(*nodes: Node) -> list[torch.Tensor]:
+    """Return the floating-point tensors that ``nodes`` had at capture."""
     return [t for node in nodes for t in tensors(captured(node)) if t.is_floating_point()]
 
 

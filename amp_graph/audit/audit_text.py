@@ -70,12 +70,12 @@ def looked_text(report: AuditReport) -> str:
         return "looked at one call"
     steps = [n for n in report.looked_at if n <= report.steps]
     shown = ", ".join(map(str, steps if len(steps) < 5 else [*steps[:3], "...", steps[-1]]))
-    looks = {
-        f"step{'s' * (len(steps) > 1)} {shown} of {report.steps}": bool(steps),
-        f"what ran after step {report.steps}, the last that ended": len(steps) < len(report.looked_at),
-        f"a model's call in evaluation after step {report.evaluated}": bool(report.evaluated),
-    }
-    return f"looked at {', and at '.join(look for look, is_so in looks.items() if is_so)}"
+    looks = [f"step{'s' * (len(steps) > 1)} {shown} of {report.steps}"] if steps else []
+    if len(steps) < len(report.looked_at):
+        looks.append(f"what ran after step {report.steps}, the last that ended")
+    if report.evaluated:
+        looks.append(f"a model's call in evaluation after step {report.evaluated}")
+    return f"looked at {', and at '.join(looks)}"
 
 
 def ordinal(number: int) -> str:
